@@ -23,7 +23,7 @@ from loadgen.compare import compare as compare_sides
 from loadgen.config import RunConfig
 from loadgen.errors import LoadgenError
 from loadgen.extra import require_extra
-from loadgen.files import COMPARISON, REPORT, SWEEP, read_run, read_sweep
+from loadgen.files import COMPARISON, REPORT, SWEEP, make_folder, read_run, read_sweep
 from loadgen.number import counted
 from loadgen.options import parse_requirements, with_run_options
 from loadgen.run import Outcome, run
@@ -62,6 +62,8 @@ def run_command(
     console = _console()
     requirements = parse_requirements(require)
     config = replace(config, requirements=requirements, concurrency=concurrency)
+    if out is not None:
+        make_folder(out)
     outcome = run(config, console, sys.argv[1:])
     console.print(summary_table(outcome.summary))
     if out is not None:
@@ -104,6 +106,7 @@ def sweep_command(
         attain,
         parse_concurrencies(concurrency) if concurrency is not None else (),
     )
+    make_folder(out)
     run_once = partial(run, console=console, arguments=sys.argv[1:])
     document = sweep(config, plan, out, run_once, partial(_say, console))
     if not document:
@@ -206,9 +209,17 @@ def _exit_code(config: RunConfig, outcome: Outcome, console: Console) -> int:
 
 
 def main() -> None:
-    """Run the console script."""
+    """Run the console script. Its errors, and those of the files that it writes, are one line."""
     try:
         app()
-    except LoadgenError as error:
-        print(f"headrace-loadgen: {error}", file=sys.stderr)  # noqa: T201
+    except BrokenPipeError:
+        raise
+    except (LoadgenError, OSError) as error:
+        print(f"headrace-loadgen: {_described(error)}", file=sys.stderr)  # noqa: T201
         sys.exit(2)
+
+
+def _described(error: LoadgenError | OSError) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error)

@@ -1,7 +1,6 @@
 """Closed loop: a fixed number of requests or chats in flight, each followed by another one."""
 
 import asyncio
-import math
 from dataclasses import replace
 
 from loadgen.clock import Clock
@@ -43,7 +42,6 @@ class ClosedLoop(Runner):
         self._requests = requests
         self._concurrency = concurrency
         self._exhausted = False
-        self._stopped_at = math.inf
 
     @property
     def load_end(self) -> float:
@@ -52,7 +50,7 @@ class ClosedLoop(Runner):
         It is earlier if the run was stopped before or no more requests could be prepared.
         """
         duration_s = self._duration_s
-        if duration_s is not None and not self._exhausted and self._stopped_at >= duration_s:
+        if duration_s is not None and not self._exhausted and self.ended_at >= duration_s:
             return duration_s
         return super().load_end
 
@@ -71,10 +69,11 @@ class ClosedLoop(Runner):
                 slots = [
                     tasks.create_task(self._fill_slot(clock)) for _ in range(self._concurrency)
                 ]
-                canceller = tasks.create_task(self._cancel_slots_when_stopped(slots, clock))
+                canceller = tasks.create_task(self._cancel_slots_when_stopped(slots))
                 await asyncio.wait(slots)
                 refill.cancel()
                 canceller.cancel()
+            self.ended_at = clock()
 
     async def _fill_slot(self, clock: Clock) -> None:
         while not self._is_over(due := clock()):
@@ -92,10 +91,7 @@ class ClosedLoop(Runner):
     def _is_over(self, now: float) -> bool:
         return self._duration_s is not None and now >= self._duration_s
 
-    async def _cancel_slots_when_stopped(
-        self, slots: list[asyncio.Task[None]], clock: Clock
-    ) -> None:
+    async def _cancel_slots_when_stopped(self, slots: list[asyncio.Task[None]]) -> None:
         await self.stopped.wait()
-        self._stopped_at = clock()
         for slot in slots:
             slot.cancel()

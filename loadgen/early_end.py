@@ -82,7 +82,8 @@ class HangUp:
         """Wait until ``at_s``, and stop the runner unless it was stopped before."""
         if self.at_s is None:
             return
-        await asyncio.sleep(max(0.0, self.at_s - clock()))
+        while (early_s := self.at_s - clock()) > 0:  # noqa: ASYNC110 - timers may be early
+            await asyncio.sleep(early_s)
         if not runner.stopped.is_set():
             self.done = True
             runner.stopped.set()

@@ -3,6 +3,7 @@
 import csv
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import orjson
@@ -15,6 +16,20 @@ REQUESTS, TABLE, SUMMARY = "requests.jsonl", "requests.csv", "summary.json"
 SWEEP, SWEEP_TABLE = "sweep.json", "sweep.csv"
 COMPARISON = "comparison.json"
 REPORT = "report.html"
+
+
+def make_folder(folder: Path) -> None:
+    """Create an output folder before a run, and write a temporary file in it.
+
+    Raises:
+        UsageError: if the folder cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder) as file:
+            file.write(b"\n")
+    except OSError as error:
+        raise UsageError(f"{folder} cannot be written: {error.strerror}") from error
 
 
 def write_run(folder: Path, records: Sequence[Record], summary: dict[str, Any]) -> None:

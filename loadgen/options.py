@@ -68,7 +68,9 @@ def _arrival_options(
     ] = None,
     warm_up: Annotated[float, typer.Option(min=0, help="seconds to discard at the start")] = 0,
     cool_down: Annotated[float, typer.Option(min=0, help="seconds to discard at the end")] = 0,
-    seed: Annotated[int, typer.Option(help="seed of arrival times, prompts and lengths")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, help="seed of arrival times, prompts and lengths")
+    ] = 0,
 ) -> dict[str, Any]:
     return {
         "arrivals": ArrivalConfig(arrivals, rate, to_rate, burstiness, duration),

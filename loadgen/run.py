@@ -1,7 +1,6 @@
 """One run: prepare the schedule, send the requests, evaluate the records."""
 
 import asyncio
-import math
 import resource
 import signal
 import time
@@ -25,19 +24,17 @@ from loadgen.files import write_run
 from loadgen.live import follow
 from loadgen.lookahead import Lookahead
 from loadgen.manifest import manifest
-from loadgen.measures import Window
 from loadgen.record import Record
 from loadgen.runner import Runner
-from loadgen.schedule import ScheduledRequest, make_requests, make_schedule
+from loadgen.schedule import INSTANT_S, Schedule, ScheduledRequest, make_requests, make_schedule
 from loadgen.server import ServerMetrics
 from loadgen.summary import Summary
 from loadgen.target.api import Api, find_api, is_rpc, shown
 from loadgen.target.base import Options
 from loadgen.target.choice import auth_headers, first_of, metrics_url, open_target
 from loadgen.validity import not_prepared
+from loadgen.window import measured_window, planned_window
 from loadgen.workload.tokenizer import open_tokenizer
-
-_INSTANT_S = 1e-9
 
 
 @dataclass(frozen=True)
@@ -65,7 +62,7 @@ class Outcome:
 
 
 @contextmanager
-def prepare(config: RunConfig) -> Iterator[tuple[list[ScheduledRequest] | Lookahead, Options]]:
+def prepare(config: RunConfig) -> Iterator[tuple[Schedule | Lookahead, Options]]:
     """Make the request schedule, or the first requests of a closed loop, before anything is sent.
 
     Target and model of ``config`` are those that `with_found_api` found. The tokenizer stays open
@@ -115,8 +112,8 @@ def run(config: RunConfig, console: Console, arguments: Sequence[str] = ()) -> O
         UsageError: if the configuration cannot be run.
     """
     config = with_found_api(config, console)
-    with prepare(config) as (requests, options):
-        return _run(config, requests, options, console, arguments)
+    with prepare(config) as (load, options):
+        return _run(config, load, options, console, arguments)
 
 
 def with_found_api(config: RunConfig, console: Console) -> RunConfig:
@@ -134,13 +131,13 @@ def with_found_api(config: RunConfig, console: Console) -> RunConfig:
 
 def _run(
     config: RunConfig,
-    requests: list[ScheduledRequest] | Lookahead,
+    load: Schedule | Lookahead,
     options: Options,
     console: Console,
     arguments: Sequence[str],
 ) -> Outcome:
-    window = _window(config, requests)
-    early_end = EarlyEnd(config.give_up, window, config.objectives)
+    planned = planned_window(config, load)
+    early_end = EarlyEnd(config.give_up, planned, config.objectives)
     hang_up = HangUp(config.limits.duration_s if config.hang_up else None)
     reference = _reference(config)
     faults = FaultInjector.for_target(config.faults, first_of(config.target), config.gateway_port)
@@ -150,9 +147,7 @@ def _run(
     _raise_open_file_limit()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop:
         wall, cpu = time.monotonic(), time.process_time()
-        name, runner = loop.run(
-            _send(config, requests, options, console, faults, early_end, hang_up)
-        )
+        name, runner = loop.run(_send(config, load, options, console, faults, early_end, hang_up))
         generator = {"seconds": time.monotonic() - wall, "cpu": time.process_time() - cpu}
         server = metrics.collect()
         checked = None
@@ -160,15 +155,13 @@ def _run(
         if reference is not None and not runner.stopped.is_set():
             checked = loop.run(_check(config, reference, runner, options))
             stopped = checked is None
-    if isinstance(runner, ClosedLoop) or math.isinf(window.end):
-        window = _until(window, runner.load_end - config.cool_down_s)
     summary = Summary.of(
-        runner.records, window, config.objectives,
+        runner.records, measured_window(config, planned, runner), config.objectives,
         max_lag_s=config.max_lag_s, concurrency=config.concurrency,
-        cores=generator["cpu"] / max(generator["seconds"], _INSTANT_S),
+        cores=generator["cpu"] / max(generator["seconds"], INSTANT_S),
     )  # fmt: skip
-    if isinstance(requests, Lookahead) and requests.failed is not None:
-        summary = replace(summary, invalid=not_prepared(requests.failed))
+    if isinstance(load, Lookahead) and load.failed is not None:
+        summary = replace(summary, invalid=not_prepared(load.failed))
     document = {
         "manifest": manifest(name, options.model, config.seed, arguments),
         "stopped": stopped,
@@ -190,7 +183,7 @@ def _run(
 
 async def _send(
     config: RunConfig,
-    requests: list[ScheduledRequest] | Lookahead,
+    load: Schedule | Lookahead,
     options: Options,
     console: Console,
     faults: FaultInjector,
@@ -199,13 +192,13 @@ async def _send(
     target = open_target(config.target, options, config.endpoint, config.api_key)
     clock = Clock()
     duration_s, keep = config.limits.duration_s, config.reference is not None
-    if isinstance(requests, Lookahead):
+    if isinstance(load, Lookahead):
         assert config.concurrency is not None
-        runner: Runner = ClosedLoop(
-            requests, target, config.concurrency, duration_s, keep_answers=keep
-        )
+        runner: Runner = ClosedLoop(load, target, config.concurrency, duration_s, keep_answers=keep)
     else:
-        runner = Runner(requests, target, duration_s=duration_s, keep_answers=keep)
+        runner = Runner(
+            load.requests, target, end=load.end, duration_s=duration_s, keep_answers=keep
+        )
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, runner.stopped.set)
     try:
         async with _in_background(
@@ -272,30 +265,6 @@ async def _check(
         return None
     finally:
         await target.close()
-
-
-def _window(config: RunConfig, requests: list[ScheduledRequest] | Lookahead) -> Window:
-    """Return the measured part of the run, from the end of warm-up to the start of cool-down.
-
-    The end is infinite for a closed loop and for chats, if they have no duration.
-    """
-    end = config.limits.duration_s
-    if end is None:  # include a last request that is due exactly at the end
-        end = math.inf
-        if isinstance(requests, list) and config.workload.turns is None:
-            end = requests[-1].due + _INSTANT_S
-    begin, end = config.warm_up_s, end - config.cool_down_s
-    if begin >= end:
-        raise UsageError(
-            "warm-up and cool-down leave nothing of the run to measure; shorten --warm-up or "
-            "--cool-down, or raise --duration"
-        )
-    return Window(begin, end)
-
-
-def _until(window: Window, end: float) -> Window:
-    """Return the part of the window up to ``end``; it is not empty, but may contain no request."""
-    return Window(window.begin, min(window.end, max(end, window.begin) + _INSTANT_S))
 
 
 def _lengths(

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -19,6 +20,7 @@ class Runner:
     If a turn fails, its chat ends, and the later turns are recorded as not sent.
 
     Args:
+        end: time at which the load of ``schedule`` ends, if later turns of chats do not prolong it.
         duration_s: seconds after which no later turn of a chat is sent; None for no limit.
         keep_answers: whether records keep the answers that targets store in them.
 
@@ -28,6 +30,8 @@ class Runner:
         stopped: event that ends the run when set. No more requests are sent, and requests in flight
             are cancelled.
         turns_left: number of later turns that may still be sent.
+        ended_at: time at which the last request had ended or, in a run that was stopped, was
+            cancelled; infinite until then.
     """
 
     def __init__(
@@ -35,6 +39,7 @@ class Runner:
         schedule: Sequence[ScheduledRequest],
         target: Target,
         *,
+        end: float = 0.0,
         duration_s: float | None = None,
         keep_answers: bool = True,
     ) -> None:
@@ -42,7 +47,9 @@ class Runner:
         self.records: list[Record] = []
         self.stopped = asyncio.Event()
         self.turns_left = 0
+        self.ended_at = math.inf
         self._target = target
+        self._end = end
         self._duration_s = duration_s
         self._keep_answers = keep_answers
         self._chats = 0
@@ -51,8 +58,11 @@ class Runner:
 
     @property
     def load_end(self) -> float:
-        """Time at which the last request is due; 0 without requests."""
-        return max((record.due for record in self.records), default=0.0)
+        """Time at which the load ends: with the schedule or with the last turn of a chat.
+
+        It is the duration if a chat had more turns then.
+        """
+        return max([self._end, *(record.due for record in self.records)])
 
     async def run(self, clock: Clock) -> None:
         """Restart the clock, send all requests, and wait until all have ended or `stopped` is set.
@@ -75,6 +85,7 @@ class Runner:
                 if in_flight:
                     await asyncio.wait(in_flight)
                 canceller.cancel()
+            self.ended_at = clock()
 
     def _add(self, scheduled: ScheduledRequest, before: Record | None = None) -> Record:
         """Add a request to the schedule and return its record.
@@ -106,6 +117,7 @@ class Runner:
             self._forget(record)
             if self._duration_s is not None and scheduled.due >= self._duration_s:
                 self.turns_left -= 1 + len(scheduled.spec.later or ())
+                self._end = self._duration_s
                 return record
             while (early_s := scheduled.due - clock()) > 0:  # noqa: ASYNC110 - timers may be early
                 await asyncio.sleep(early_s)

@@ -1,8 +1,9 @@
 """The request schedule: all requests of a run with their send times, made before the run starts."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice, takewhile
+from itertools import chain, islice, takewhile
 
 import numpy as np
 
@@ -10,6 +11,8 @@ from loadgen.arrivals import Arrivals, Trace
 from loadgen.errors import UsageError
 from loadgen.workload.base import RequestSpec, Workload
 
+INSTANT_S = 1e-9
+"""Seconds added to a time up to and including which requests are measured."""
 _ARRIVALS, _CANCELLATIONS = 1, 2
 """Numbers from which separate seeds are derived, so that cancellations do not change arrivals."""
 
@@ -62,7 +65,7 @@ class Limits:
         duration_s: seconds after which nothing is sent.
 
     Raises:
-        UsageError: if neither limit is given.
+        UsageError: if neither limit is given, or the duration is not a positive number.
     """
 
     requests: int | None = None
@@ -73,6 +76,24 @@ class Limits:
             raise UsageError(
                 "a run needs a number of requests or a duration: --requests, --duration"
             )
+        if self.duration_s is not None and not 0 < self.duration_s < math.inf:
+            raise UsageError(f"--duration must be above 0, not {self.duration_s}")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """All requests of a run.
+
+    Attributes:
+        requests: requests, ordered by send time.
+        end: time at which the load ends, in seconds after the start: when the request after the
+            last one would be due, but not after the duration. Requests divided by this time are the
+            rate of the arrival process, even for a single request. A trace, which has no next
+            request, ends with its last one.
+    """
+
+    requests: list[ScheduledRequest]
+    end: float
 
 
 def make_schedule(
@@ -83,8 +104,8 @@ def make_schedule(
     seed: int,
     cancellations: Cancellations = Cancellations(),
     speed: float = 1.0,
-) -> list[ScheduledRequest]:
-    """Return all requests of a run, ordered by send time.
+) -> Schedule:
+    """Return all requests of a run.
 
     Args:
         arrivals: arrival process; if None, the workload's trace gives the times.
@@ -94,26 +115,32 @@ def make_schedule(
         UsageError: if a trace was requested and the workload has no times, or no request is due
             within the limits.
     """
-    specs = workload.requests(seed)
+    specs: Iterator[RequestSpec] = islice(workload.requests(seed), limits.requests)
     if arrivals is None:
-        kept = list(islice(specs, limits.requests))
-        recorded = [spec.at for spec in kept if spec.at is not None]
-        if len(recorded) < len(kept):
-            raise UsageError("trace arrivals need a workload with times: --file with timestamps")
-        kept.sort(key=lambda spec: spec.at or 0.0)
-        times = Trace(recorded, speed).times(0)
-        pairs: Iterator[tuple[RequestSpec, float]] = zip(kept, times, strict=True)
+        specs, times = _replayed(specs, speed)
     else:
-        pairs = zip(specs, arrivals.times(_seed(seed, _ARRIVALS)), strict=False)
-    if limits.duration_s is not None:
-        duration_s = limits.duration_s
-        pairs = takewhile(lambda pair: pair[1] < duration_s, pairs)
-    schedule = list(_scheduled(islice(pairs, limits.requests), seed, cancellations))
-    if not schedule:
+        times = arrivals.times(_seed(seed, _ARRIVALS))
+    duration_s = math.inf if limits.duration_s is None else limits.duration_s
+    pairs = takewhile(lambda pair: pair[1] < duration_s, zip(specs, times, strict=False))
+    requests = list(_scheduled(pairs, seed, cancellations))
+    if not requests:
         raise UsageError(
             "no request is due within the limits of the run; raise --duration or --rate"
         )
-    return schedule
+    return Schedule(requests, min(duration_s, next(times)))
+
+
+def _replayed(
+    specs: Iterator[RequestSpec], speed: float
+) -> tuple[Iterator[RequestSpec], Iterator[float]]:
+    """Return the requests of a trace in the order of their times, and these times and the end."""
+    kept = list(specs)
+    recorded = [spec.at for spec in kept if spec.at is not None]
+    if len(recorded) < len(kept):
+        raise UsageError("trace arrivals need a workload with times: --file with timestamps")
+    kept.sort(key=lambda spec: spec.at or 0.0)
+    times = list(Trace(recorded, speed).times(0))
+    return iter(kept), chain(times, [max(times, default=0.0) + INSTANT_S])
 
 
 def make_requests(

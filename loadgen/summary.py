@@ -89,7 +89,7 @@ class Summary:
         """Requests per second that were due; with chats, their first turns per second."""
         if not self.turns:
             return self.throughput.offered
-        return sum(one.sent for one in self.turns if one.turn == 1) / self.window.seconds
+        return self.window.rate(sum(one.sent for one in self.turns if one.turn == 1))
 
     def as_json(self) -> dict[str, Any]:
         """Return the summary document. Units are seconds, and requests or tokens per second."""

@@ -8,7 +8,10 @@ from loadgen.record import Record
 
 @dataclass(frozen=True)
 class Window:
-    """Measured part of a run, without warm-up and cool-down. Times are seconds after the start."""
+    """Measured part of a run, without warm-up and cool-down. Times are seconds after the start.
+
+    It is empty if nothing of that part ran.
+    """
 
     begin: float
     end: float
@@ -16,6 +19,10 @@ class Window:
     @property
     def seconds(self) -> float:
         return self.end - self.begin
+
+    def rate(self, total: float) -> float:
+        """Return the rate per second of a total over the window; 0 for an empty window."""
+        return total / self.seconds if self.seconds else 0.0
 
     def has(self, at: float) -> bool:
         return self.begin <= at < self.end

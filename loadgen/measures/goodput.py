@@ -51,4 +51,4 @@ class Goodput:
             record.succeeded and all(objective.met_by(record) for objective in objectives)
             for record in due
         )
-        return cls(good / window.seconds, good / len(due) if due else 0.0)
+        return cls(window.rate(good), good / len(due) if due else 0.0)

@@ -34,7 +34,7 @@ class InFlight:
         return cls(
             mean=_mean(spans, window),
             most=max(accumulate(change for _, change in changes), default=0),
-            growth=grown / (3 * quarter),
+            growth=window.rate(grown) / 0.75,
         )
 
 
@@ -52,7 +52,7 @@ def _spans(records: Sequence[Record], window: Window) -> list[tuple[float, float
 
 
 def _mean(spans: Sequence[tuple[float, float]], window: Window) -> float:
-    return sum(end - begin for begin, end in spans) / window.seconds
+    return window.rate(sum(end - begin for begin, end in spans))
 
 
 def _end(record: Record, window: Window) -> float:

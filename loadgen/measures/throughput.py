@@ -33,10 +33,10 @@ class Throughput:
     def of(cls, records: Sequence[Record], window: Window) -> Self:
         ended = [r for r in records if r.succeeded and r.ended is not None and window.has(r.ended)]
         return cls(
-            offered=sum(window.has(record.due) for record in records) / window.seconds,
-            requests=len(ended) / window.seconds,
-            output_tokens=sum(_received(record, window) for record in records) / window.seconds,
-            input_tokens=sum(record.input_tokens for record in ended) / window.seconds,
+            offered=window.rate(sum(window.has(record.due) for record in records)),
+            requests=window.rate(len(ended)),
+            output_tokens=window.rate(sum(_received(record, window) for record in records)),
+            input_tokens=window.rate(sum(record.input_tokens for record in ended)),
         )
 
 

@@ -52,9 +52,13 @@ class Target:
 
 
 async def played(
-    chats: Sequence[ScheduledRequest], target: Target, **options: float | None
+    chats: Sequence[ScheduledRequest],
+    target: Target,
+    *,
+    end: float = 0.0,
+    duration_s: float | None = None,
 ) -> Runner:
-    runner = Runner(chats, target, keep_answers=False, **options)
+    runner = Runner(chats, target, end=end, duration_s=duration_s, keep_answers=False)
     async with asyncio.timeout(30):
         await runner.run(Clock())
     return runner

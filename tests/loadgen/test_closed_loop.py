@@ -117,7 +117,7 @@ def test_requests_are_those_of_the_open_loop(seed: int) -> None:
         Poisson(5.0), Drawn(), limits, seed=seed, cancellations=Cancellations(0.3)
     )
     closed = list(make_requests(Drawn(), limits, seed=seed, cancellations=Cancellations(0.3)))
-    assert closed == [replace(one, due=0.0) for one in opened]
+    assert closed == [replace(one, due=0.0) for one in opened.requests]
     assert any(one.cancel_after for one in closed)
 
 

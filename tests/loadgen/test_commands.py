@@ -53,6 +53,39 @@ def test_report_command_recreates_the_report(tmp_path: Path) -> None:
     assert loadgen("report", tmp_path / "nothing")[0] == 2
 
 
+@pytest.mark.parametrize("command", ["run", "sweep"])
+def test_unusable_output_folder_is_reported_before_anything_is_sent(
+    tmp_path: Path, command: str
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    with serving(Behaviour()) as server:
+        flags = (*LENGTHS, "--rate", "50", "--requests", "4", "--out")
+        code, output = loadgen(command, server.url + "/v1", *flags, file / "run")
+        assert not server.log()
+    assert code == 2
+    assert output == f"headrace-loadgen: {file / 'run'} cannot be written: Not a directory"
+
+
+@pytest.mark.slow
+def test_files_that_cannot_be_written_are_reported_in_one_line(tmp_path: Path) -> None:
+    folder, full = tmp_path / "run", tmp_path / "full"
+    full.mkdir()
+    (full / "requests.jsonl").symlink_to("/dev/full")
+    with serving(Behaviour()) as server:
+        flags = (*LENGTHS, "--rate", "50", "--requests", "4", "--out")
+        assert loadgen("run", server.url + "/v1", *flags, folder)[0] == 0
+        code, output = loadgen("run", server.url + "/v1", *flags, full)
+    assert code == 2
+    assert "4 answered" in output, "figures are printed before files are written"
+    assert output.endswith(" headrace-loadgen: No space left on device")
+    file = folder / "requests.jsonl"
+    for command in (("report", folder), ("compare", folder, folder)):
+        code, output = loadgen(*command, "--out", file / "report.html")
+        assert code == 2
+        assert f"headrace-loadgen: {file}" in output
+
+
 @pytest.mark.slow
 def test_answers_are_checked_against_a_reference(tmp_path: Path) -> None:
     """The reference breaks off its second answer, which counts as missing."""

@@ -150,6 +150,14 @@ def test_requests_in_flight_are_averaged_over_time() -> None:
     assert InFlight.of([], WINDOW) == InFlight(0.0, 0, 0.0)
 
 
+def test_empty_window_has_no_rates() -> None:
+    records, window = [answered(), cancelled()], Window(10.0, 10.0)
+    assert InFlight.of(records, window) == InFlight(0.0, 0, 0.0)
+    assert Throughput.of(records, window) == Throughput(0.0, 0.0, 0.0, 0.0)
+    assert Goodput.of(records, window, [Objective(TTFT, 5.0)]) == Goodput(0.0, 0.0)
+    assert Outcomes.of(records, window).total == 0
+
+
 def test_queue_grows_by_unanswered_requests() -> None:
     """Four requests per second arrive and three are answered."""
     records = [Record(n, n / 4, 1, 1, sent=n / 4, ended=1.0 + n / 3) for n in range(400)]

@@ -15,8 +15,12 @@ from loadgen.statistics import Distribution
 from tests.loadgen.command import ANY_LAG, loadgen
 from tests.loadgen.synthetic import Behaviour, Outcome, SyntheticServer, closed_port, serving
 
+NEW_LINE = orjson.OPT_APPEND_NEWLINE
 
-def run(server: SyntheticServer, folder: Path, *flags: str, rpc: bool = False) -> tuple[int, str]:
+
+def run(
+    server: SyntheticServer, folder: Path, *flags: str | Path, rpc: bool = False
+) -> tuple[int, str]:
     target = f"grpc://{server.grpc_target}" if rpc else server.url + "/v1"
     own = ("--tokenizer-url", server.url) if rpc else ()
     return loadgen("run", target, *own, *ANY_LAG, *flags, "--out", folder)
@@ -151,11 +155,51 @@ def test_interrupted_run_writes_a_report(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=60)
     assert process.returncode == 130, output
-    summary = summary_of(tmp_path)
+    records, summary = read_run(tmp_path)
+    # The window ends with the run, and not after the 60 s that were planned.
+    ran_s = summary["window"]["end"]
+    assert max(record.sent for record in records if record.sent is not None) < ran_s < 59
+    assert summary["throughput"]["offered"] == pytest.approx(20, rel=0.6)
+    sent = sum(record.sent is not None for record in records)
+    assert sent <= summary["outcomes"]["total"] < sent + 3 < len(records)
     assert summary["stopped"] is True
     assert summary["outcomes"]["succeeded"] > 2
     assert summary["outcomes"]["unfinished"] > 0
     assert summary["outcomes"]["failed"] == {}
+
+
+@pytest.mark.slow
+def test_saturation_is_found_if_the_requests_run_out_before_the_duration(tmp_path: Path) -> None:
+    """Forty requests per second are sent for half a second to a server that completes ten."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes(20 * orjson.dumps({"prompt": "w1 w2", "max_tokens": 1}, None, NEW_LINE))
+    flags = ("--arrivals", "constant", "--rate", "40", "--duration", "60")
+    with serving(Behaviour(ttft_s=0.1, concurrency=1)) as server:
+        for source in ((*LENGTHS[:3], "fixed:1", "--requests", "20"), ("--file", file)):
+            code, output = run(server, tmp_path, *flags, *source)
+            assert code == 0, output
+            assert "requests in flight grew by" in output
+            summary = summary_of(tmp_path)
+            assert summary["window"] == {"begin": 0.0, "end": 0.5}
+            assert summary["throughput"]["offered"] == 40
+            assert summary["outcomes"]["succeeded"] == 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("limit", [("--requests", "1"), ("--duration", "60")])
+def test_single_request_of_a_trace_is_measured_until_its_end(
+    tmp_path: Path, limit: tuple[str, str]
+) -> None:
+    file = tmp_path / "trace.jsonl"
+    file.write_bytes(orjson.dumps({"prompt": "w1 w2", "max_tokens": 3, "timestamp": 7}))
+    with serving(Behaviour(ttft_s=0.2)) as server:
+        code, output = run(server, tmp_path, "--file", file, "--arrivals", "trace", *limit)
+    assert code == 0, output
+    (record,), summary = read_run(tmp_path)
+    assert record.ended is not None
+    assert summary["window"]["end"] == pytest.approx(record.ended, abs=1.0)
+    assert 0 < summary["throughput"]["offered"] <= 1 / record.ended
+    assert summary["throughput"]["requests"] == summary["throughput"]["offered"]
 
 
 @pytest.mark.slow
@@ -189,6 +233,8 @@ def test_run_with_a_late_load_generator_is_invalid(tmp_path: Path) -> None:
         (("--rate", "5", "--requests", "2"), "no workload"),
         ((*LENGTHS, "--requests", "2"), "need --rate"),
         ((*LENGTHS, "--rate", "5"), "a number of requests or a duration"),
+        ((*LENGTHS, "--rate", "5", "--duration", "0"), "--duration must be above 0, not 0"),
+        ((*LENGTHS, "--rate", "5", "--requests", "2", "--seed", "-1"), "'--seed'"),
         ((*LENGTHS, "--rate", "-1", "--requests", "2"), "rate must be above 0, not -1"),
         ((*LENGTHS, "--rate", "5", "--requests", "2", "--extra-body", "[1]"), "not a JSON object"),
         (

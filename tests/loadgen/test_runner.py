@@ -80,7 +80,7 @@ async def test_send_times_follow_the_arrival_process(
         clock = SimulatedClock()
         monkeypatch.setattr("loadgen.runner.open_timer", lambda: nullcontext(clock))  # noqa: B023
         schedule = make_schedule(arrivals, Same(SPEC), Limits(requests=300), seed=seed)
-        runner = Runner(schedule, DelayedTarget(lambda _: 0.0))
+        runner = Runner(schedule.requests, DelayedTarget(lambda _: 0.0))
         await runner.run(clock)
         gaps = np.diff([0.0, *(record.sent or 0.0 for record in runner.records)])
         assert stats.kstest(gaps, expected.cdf).pvalue > 0.001
