@@ -106,5 +106,6 @@ def _check(visible: Sequence[str], own: int, *, shares: bool) -> None:
         raise SettingsError(
             f"the workers need {own + shares} GPUs; visible: {len(visible)} "
             f"({', '.join(visible)}). Each rank of a worker with several ranks needs a GPU of its "
-            f"own, {own} in total{others}: reduce --tp or the number of workers, or set --device cpu"
+            f"own, {own} in total{others}: reduce --tp or the number of workers, or set "
+            "--device cpu"
         )

@@ -60,7 +60,8 @@ def test_too_few_gpus_are_refused_with_the_numbers() -> None:
         assign_gpus(["0", "1", "2"], [2, 2])
     assert str(refused.value) == (
         "the workers need 4 GPUs; visible: 3 (0, 1, 2). Each rank of a worker with several ranks "
-        "needs a GPU of its own, 4 in total: reduce --tp or the number of workers, or set --device cpu"
+        "needs a GPU of its own, 4 in total: reduce --tp or the number of workers, or set "
+        "--device cpu"
     )
 
 
