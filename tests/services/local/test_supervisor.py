@@ -119,15 +119,15 @@ async def test_kill_ends_a_stop_that_waits(tmp_path: Path) -> None:
     assert not psutil.pid_exists(pid)
 
 
-@pytest.mark.parametrize(("grace_s", "code"), [(0.5, -signal.SIGKILL), (20.0, 0)])
+@pytest.mark.parametrize(("drain_s", "grace_s", "code"), [(30, 0.5, -signal.SIGKILL), (1, 30, 0)])
 async def test_process_that_drains_is_killed_after_its_grace_period(
-    tmp_path: Path, grace_s: float, code: int
+    tmp_path: Path, drain_s: int, grace_s: float, code: int
 ) -> None:
     spec = _with_package(
         tmp_path / "package",
         "import os, signal, time\n"
         "def drain(*_):\n"
-        "    time.sleep(2)\n"
+        f"    time.sleep({drain_s})\n"
         "    os._exit(0)\n"
         "signal.signal(signal.SIGTERM, drain)\n"
         "print('0', flush=True)\n"
