@@ -23,7 +23,7 @@ from loadgen.compare import compare as compare_sides
 from loadgen.config import RunConfig
 from loadgen.errors import LoadgenError
 from loadgen.extra import require_extra
-from loadgen.files import COMPARISON, REPORT, SWEEP, make_folder, read_run, read_sweep
+from loadgen.files import COMPARISON, REPORT, SWEEP, check_folder, read_run, read_sweep
 from loadgen.number import counted
 from loadgen.options import parse_requirements, with_run_options
 from loadgen.run import Outcome, run
@@ -63,7 +63,7 @@ def run_command(
     requirements = parse_requirements(require)
     config = replace(config, requirements=requirements, concurrency=concurrency)
     if out is not None:
-        make_folder(out)
+        check_folder(out)
     outcome = run(config, console, sys.argv[1:])
     console.print(summary_table(outcome.summary))
     if out is not None:
@@ -106,7 +106,7 @@ def sweep_command(
         attain,
         parse_concurrencies(concurrency) if concurrency is not None else (),
     )
-    make_folder(out)
+    check_folder(out)
     run_once = partial(run, console=console, arguments=sys.argv[1:])
     document = sweep(config, plan, out, run_once, partial(_say, console))
     if not document:
@@ -209,10 +209,10 @@ def _exit_code(config: RunConfig, outcome: Outcome, console: Console) -> int:
 
 
 def main() -> None:
-    """Run the console script. Its errors, and those of the files that it writes, are one line."""
+    """Run the console script. Print errors, including those of output files, in one line."""
     try:
         app()
-    except BrokenPipeError:
+    except BrokenPipeError:  # the reader of the output has ended, which is no error of a file
         raise
     except (LoadgenError, OSError) as error:
         print(f"headrace-loadgen: {_described(error)}", file=sys.stderr)  # noqa: T201

@@ -45,14 +45,16 @@ class ClosedLoop(Runner):
 
     @property
     def load_end(self) -> float:
-        """Time until which all slots were in use: the duration, or the last send if it was earlier.
+        """Time until which all slots were in use: the duration, or when the run was stopped.
 
-        It is earlier if the run was stopped before or no more requests could be prepared.
+        If the requests ran out before, it is the last send. If no slot had a second request, the
+        requests were sent at once; then it is the end of the last one.
         """
-        duration_s = self._duration_s
-        if duration_s is not None and not self._exhausted and self.ended_at >= duration_s:
-            return duration_s
-        return super().load_end
+        if not self._exhausted:
+            return (
+                self.ended_at if self._duration_s is None else min(self.ended_at, self._duration_s)
+            )
+        return super().load_end if len(self.records) > self._concurrency else self.ended_at
 
     async def run(self, clock: Clock) -> None:
         """Restart the clock, send requests until the end, and wait until all sent ones have ended.
@@ -73,7 +75,10 @@ class ClosedLoop(Runner):
                 await asyncio.wait(slots)
                 refill.cancel()
                 canceller.cancel()
-            self.ended_at = clock()
+            # Not the end of the slots, which pause after failures.
+            ends = [record.ended for record in self.records if record.ended is not None]
+            stops_now = self.stopped.is_set() or not self._exhausted
+            self.ended_at = clock() if stops_now else max(ends, default=clock())
 
     async def _fill_slot(self, clock: Clock) -> None:
         while not self._is_over(due := clock()):

@@ -18,15 +18,17 @@ COMPARISON = "comparison.json"
 REPORT = "report.html"
 
 
-def make_folder(folder: Path) -> None:
-    """Create an output folder before a run, and write a temporary file in it.
+def check_folder(folder: Path) -> None:
+    """Check before a run that an output folder can be written, with a temporary file.
+
+    The folder is not created: if it does not exist, the file is in the first parent that does.
 
     Raises:
         UsageError: if the folder cannot be written.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=folder) as file:
+        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        with TemporaryFile(dir=existing) as file:
             file.write(b"\n")
     except OSError as error:
         raise UsageError(f"{folder} cannot be written: {error.strerror}") from error

@@ -4,7 +4,7 @@ import asyncio
 import resource
 import signal
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -199,18 +199,29 @@ async def _send(
         runner = Runner(
             load.requests, target, end=load.end, duration_s=duration_s, keep_answers=keep
         )
-    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, runner.stopped.set)
     try:
-        async with _in_background(
-            follow(runner, clock, console),
-            faults.run(clock),
-            *(end.watch(runner, clock) for end in ends),
-        ):
-            with _usage_errors():
-                await runner.run(clock)
+        with _on_interrupt(runner.stopped.set):
+            async with _in_background(
+                follow(runner, clock, console),
+                faults.run(clock),
+                *(end.watch(runner, clock) for end in ends),
+            ):
+                with _usage_errors():
+                    await runner.run(clock)
     finally:
         await target.close()
     return target.name, runner
+
+
+@contextmanager
+def _on_interrupt(callback: Callable[[], object]) -> Iterator[None]:
+    """Call a function on SIGINT during the block; after it, SIGINT raises KeyboardInterrupt."""
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGINT, callback)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
 
 
 @contextmanager
@@ -258,9 +269,9 @@ async def _check(
     options = replace(options, model=reference.model)
     target = open_target(reference.url, options, config.endpoint, config.api_key)
     checking = asyncio.create_task(check(runner.records, runner.schedule, target))
-    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, checking.cancel)
     try:
-        return await checking
+        with _on_interrupt(checking.cancel):
+            return await checking
     except asyncio.CancelledError:
         return None
     finally:

@@ -60,7 +60,7 @@ class Runner:
     def load_end(self) -> float:
         """Time at which the load ends: with the schedule or with the last turn of a chat.
 
-        It is the duration if a chat had more turns then.
+        If the duration cuts off a chat, it is the duration.
         """
         return max([self._end, *(record.due for record in self.records)])
 

@@ -77,7 +77,7 @@ class Limits:
                 "a run needs a number of requests or a duration: --requests, --duration"
             )
         if self.duration_s is not None and not 0 < self.duration_s < math.inf:
-            raise UsageError(f"--duration must be above 0, not {self.duration_s}")
+            raise UsageError(f"--duration must be finite and above 0, not {self.duration_s}")
 
 
 @dataclass(frozen=True)

@@ -194,7 +194,16 @@ async def test_stopped_run_cancels_requests_in_flight() -> None:
         runner.stopped.set()
         await running
     assert [record.ended is None for record in runner.records] == [False] * 5 + [True] * 4
-    assert runner.load_end == runner.records[-1].due
+    assert runner.load_end == runner.ended_at
+    assert runner.load_end > max(record.due for record in runner.records)
+
+
+async def test_requests_sent_at_once_are_the_load_until_the_last_one_has_ended() -> None:
+    """The pause after a failure is not a part of it."""
+    target = Target(lambda record: 0.05 if record.number else Failure.REFUSED)
+    runner = closed_loop(target, 4, 4)
+    await runner.run(Clock())
+    assert runner.load_end == max(record.ended or 0.0 for record in runner.records) < 1.0
 
 
 async def test_bug_in_a_target_ends_the_run() -> None:

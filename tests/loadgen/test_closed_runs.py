@@ -125,8 +125,8 @@ def test_interrupted_run_cancels_requests_and_writes_a_report(tmp_path: Path) ->
     assert summary["stopped"] is True
     assert summary["outcomes"]["succeeded"] >= 4
     assert sum(record.ended is None for record in records) == 3
-    # The window ends with the load, and not after the 600 s that were planned.
-    assert summary["window"]["end"] == pytest.approx(records[-1].due, abs=1e-6)
+    # The window ends with the run, and not after the 600 s that were planned.
+    assert records[-1].due < summary["window"]["end"] < 599
 
 
 @pytest.mark.slow
