@@ -1,10 +1,11 @@
 """The input of a batch: a request in each line, in the format of OpenAI's Batch API."""
 
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Annotated, Any, Literal
@@ -57,6 +58,12 @@ class RequestFile:
         self._file = file
         self.path = path
 
+    @property
+    def version(self) -> tuple[int, int]:
+        """Size and time of the last change, by which a change of the file is found."""
+        status = os.fstat(self._file.fileno())
+        return status.st_size, status.st_mtime_ns
+
     def __iter__(self) -> Iterator[BatchRequest]:
         """Yield the requests. Empty lines are skipped.
 
@@ -82,10 +89,18 @@ def open_requests(path: Path) -> Iterator[RequestFile]:
         if file.seekable():
             yield RequestFile(file, path)
             return
-        with tempfile.TemporaryFile() as copy:
-            with naming(Path(tempfile.gettempdir())):
-                shutil.copyfileobj(file, copy)
+        with _copied(file) as copy:
             yield RequestFile(copy, path)
+
+
+def _copied(file: IO[bytes]) -> IO[bytes]:
+    """Return a temporary file with the content of another one."""
+    with naming(Path(tempfile.gettempdir())), ExitStack() as stack:
+        copy = stack.enter_context(tempfile.TemporaryFile())
+        shutil.copyfileobj(file, copy)
+        copy.flush()
+        stack.pop_all()
+    return copy
 
 
 def check_requests(requests: RequestFile) -> set[str]:

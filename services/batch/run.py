@@ -24,11 +24,11 @@ def answer_file(file: Path, output: Path, server: Server) -> int:
         BatchStopped: if the server cannot be used. The answers until then are in ``output``.
     """
     with open_requests(file) as requests:
-        requested = check_requests(requests)
+        version, requested = requests.version, check_requests(requests)
         with open_answers(output, requested) as answers:
             before = len(answers.answered)
             asyncio.run(_run(server, requests, answers, len(requested)))
-        if answers.answered != requested:
+        if requests.version != version or answers.answered != requested:
             raise BatchFileError(f"{file}: the file changed while its requests were sent")
         summary = f"answered {len(answers.answered)} requests, {answers.failed} with an error"
         earlier = f" ({before} in earlier runs)" if before else ""

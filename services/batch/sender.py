@@ -127,7 +127,9 @@ async def _send(client: httpx.AsyncClient, request: BatchRequest, server: Server
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             if attempt == server.retries:
                 raise BatchStopped(f"{client.base_url} cannot be reached: {error}") from None
-        except (httpx.RequestError, TimeoutError) as error:
+        except httpx.DecodingError as error:
+            return Answer(request.custom_id, error=("invalid_response", str(error)))
+        except (httpx.TransportError, TimeoutError) as error:
             if attempt == server.retries:
                 message = str(error) or type(error).__name__
                 return Answer(request.custom_id, error=("connection_error", message))
@@ -178,4 +180,5 @@ def _retry_after_s(response: httpx.Response) -> float:
 
 
 def _quoted(response: httpx.Response) -> str:
+    """Return the beginning of the body as UTF-8; `httpx` may not know the charset that it has."""
     return response.content.decode(errors="replace")[:_MAX_QUOTED_CHARS]

@@ -47,7 +47,7 @@ def test_pipe_is_read_several_times(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     text = f"{line()}\n{line(custom_id='b')}\n"
-    writer = threading.Thread(target=pipe.write_text, args=(text,))
+    writer = threading.Thread(target=pipe.write_text, args=(text,), daemon=True)
     writer.start()
     with open_requests(pipe) as requests:
         assert check_requests(requests) == {"a", "b"}
