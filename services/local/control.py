@@ -41,11 +41,16 @@ def down(port: int | None) -> int:
     if port is None and running:
         port = running[0]
     deployment = None if port is None else Deployment.find(port)
-    supervisor = deployment.supervisor if deployment else port and lock_holder(port)
-    if not port or not supervisor:
+    supervisor = None if port is None else _supervisor(port, deployment)
+    if port is None or supervisor is None:
         _print_none_running(port, running)
         return 1
     return _stop(port, supervisor, deployment.stop_s if deployment else _PREPARATION_STOP_S)
+
+
+def _supervisor(port: int, deployment: Deployment | None) -> ProcessIdentity | None:
+    """Return the process of `headrace up` on a port, or None if none runs."""
+    return deployment.supervisor if deployment else lock_holder(port)
 
 
 def _stop(port: int, supervisor: ProcessIdentity, limit_s: float) -> int:

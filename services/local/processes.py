@@ -68,8 +68,9 @@ def plan_processes(options: UpOptions, artifacts: Artifacts, token: str) -> list
 def _drain_s(service: str) -> float:
     """Return the time for which a service lets requests finish, which the environment may set."""
     default: float = ServiceSettings.model_fields["drain_s"].default
+    variables = {name.upper(): value for name, value in os.environ.items()}  # as the settings do
     try:
-        return float(os.environ.get(f"HEADRACE_{service.upper()}_DRAIN_S", default))
+        return float(variables.get(f"HEADRACE_{service.upper()}_DRAIN_S", default))
     except ValueError:
         return default  # the service refuses it
 

@@ -18,7 +18,7 @@ class RankFacts:
 
     Attributes:
         model, compatibility: equal on all ranks of a worker.
-        sizes: likewise, but the slots are those for which the rank has memory.
+        sizes: equal on all ranks but for ``slot_bytes``, for which the rank has memory.
         pages: numbers of pages for which the rank has memory.
         weight_bytes: bytes of the rank's weights in memory.
         kernels: what `Compatibility.kernel_plan_hash` is the hash of, equal on all ranks.
