@@ -42,7 +42,7 @@ def test_first_limit_reached_ends_the_schedule() -> None:
 
 @pytest.mark.parametrize("duration_s", [0.0, -1.0, float("inf"), float("nan")])
 def test_duration_is_a_positive_number(duration_s: float) -> None:
-    with pytest.raises(UsageError, match="--duration must be above 0"):
+    with pytest.raises(UsageError, match="--duration must be finite and above 0"):
         Limits(duration_s=duration_s)
 
 
