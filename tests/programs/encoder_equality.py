@@ -4,8 +4,9 @@
 all-MiniLM-L6-v2, in fp32 and in bf16, and pairs of them with a cross encoder that has its weights
 and a random head. `encoder_peer` computes the same in fp32 in an environment of its own, with the
 versions of ``tests/clients/requirements/sentence-transformers.txt``. The cosine distance of
-embeddings must be at most 1e-5 in fp32 and 1e-3 in bf16, and scores must be as close in fp32. In
-fp32, results must be bitwise equal in batches of any composition.
+embeddings must be at most 1e-5 in fp32 and 1e-3 in bf16. Scores must differ by at most as much, or
+by no more than those of sentence-transformers in the same dtype do from its own in fp32. In fp32,
+results must be bitwise equal in batches of any composition.
 
 ``--speed`` measures lists of 32 texts instead, once for each length of ``--lengths``, where
 ``mixed`` are 32 lengths of 4 to 128 tokens. Each side has one thread, and texts/s are those of its
@@ -151,6 +152,11 @@ def compare(
         found = in_batches(encoder, inputs, 32)
         expected, _ = peer_results(folder, encoder.task, texts, "float32", batch=32, repeats=1)
         worst = difference(encoder.task, found, expected)
+        if encoder.task is EncoderTask.CLASSIFY and dtype != "float32":
+            rounded, _ = peer_results(folder, encoder.task, texts, dtype, batch=32, repeats=1)
+            peer = difference(encoder.task, rounded, expected)
+            _print(f"{encoder.task} {dtype}: sentence-transformers, largest difference {peer:.1e}")
+            bound = max(bound, peer)
         passed &= worst <= bound
         _print(f"{encoder.task} {dtype}: {len(texts)} texts, largest difference {worst:.1e}")
         if dtype == "float32":
