@@ -10,6 +10,7 @@ import torch
 from runtime.attention.base import Batch
 from runtime.engine import Add, Cancel, Engine, Reserve, StepOutput
 from runtime.kv.cache import PagedCache
+from services.common.placement import StepPace
 from services.worker import engine_thread, stall
 from services.worker.engine_thread import EngineThread
 from tests.runtime.tiny import (
@@ -44,6 +45,16 @@ class Outputs:
 
     async def next(self) -> StepOutput:
         return await asyncio.wait_for(self.queue.get(), LIMIT_S)
+
+
+async def pace_when_idle(thread: EngineThread) -> StepPace:
+    """Return the pace of a thread once it is idle.
+
+    Before, the time since its last step counts as a step if it is longer than the mean.
+    """
+    while (pace := thread.pace) is None or not pace.idle_s:  # noqa: ASYNC110 - of another thread
+        await asyncio.sleep(0)
+    return pace
 
 
 def _raise(said: object) -> None:
@@ -179,10 +190,8 @@ async def test_step_that_does_not_end_counts_in_the_pace(
     thread.submit(Add(request_of("r", 20, 9)))
     while not (await outputs.next()).ended:
         pass
-    await thread.run(lambda _: None)
-    usual = thread.pace
+    usual = await pace_when_idle(thread)
     times = list(thread.decode_times)
-    assert usual is not None
     assert len(times) == 8, "the first token is sampled in a step that decodes no sequence"
     assert usual.step_s == pytest.approx(sum(times[1:]) / 7)  # the first steps are not counted
     assert thread.inter_token_s == usual.step_s
@@ -207,9 +216,7 @@ async def test_idle_time_is_part_of_the_pace(start: Callable[..., EngineThread])
     thread.submit(Add(request_of("r", 20, 9)))
     while not (await outputs.next()).ended:
         pass
-    # The thread may still end its step.
-    while (first := thread.pace) is None or not first.idle_s:  # noqa: ASYNC110 - polls the pace
-        await asyncio.sleep(0)
+    first = await pace_when_idle(thread)
     await asyncio.sleep(0.05)
     second = thread.pace
     assert second is not None
