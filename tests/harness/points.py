@@ -16,7 +16,8 @@ named like its worker; that of rank 1 is ``decode-0.1``.
 
 Other control files: ``damage`` (what the next prefill worker does to one segment),
 ``notifications`` (lost or doubled), ``clock`` (seconds added to the wall clock) and
-``<process>.gpu`` (how its next forward pass fails: "out of memory" or "kernel").
+``<process>.gpu`` (how its next forward pass fails: "out of memory" or "kernel"). A process adds a
+byte to ``<process>.preempted`` for each preemption.
 """
 
 import asyncio
@@ -95,6 +96,11 @@ class Points:
     def clear(self, name: str) -> None:
         """Remove a control file."""
         (self._folder / name).unlink(missing_ok=True)
+
+    @property
+    def preemptions(self) -> int:
+        """Number of preempted sequences and prompts of all processes, also of those that ended."""
+        return sum(path.stat().st_size for path in self._folder.glob("*.preempted"))
 
     def is_set(self, name: str) -> bool:
         """Return whether a control file exists."""

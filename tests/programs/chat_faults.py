@@ -5,8 +5,9 @@ for each turn a *fork*, which continues the same history with other tokens. A de
 prefill and one decode worker without a prefix cache answers them. Then a deployment with a
 prefix cache answers them turn by turn: the first turns of all chats in random order, then the
 second ones. At the same time, other clients hang up. With ``--kv-tokens``, there are few pages, so
-that cached ones are evicted and sequences preempted. With ``--kills``, a worker of each role is
-killed in each turn while it has requests; several workers of a role are killed in rotation.
+that cached ones are evicted; with longer answers (``--answer-tokens``), sequences are preempted as
+well. With ``--kills``, a worker of each role is killed in each turn while it has requests; several
+workers of a role are killed in rotation.
 
 A difference is judged as in `tests.programs.equality`.
 """
@@ -17,9 +18,11 @@ import os
 import random
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
@@ -31,6 +34,7 @@ from runtime.offline.compress import documentation
 from services.common.model_source import DEFAULT_MODEL, resolve_model
 from services.tokenizer.loading import load_tokenizer
 from tests.harness.deployment import Running, deployed
+from tests.harness.points import Points
 from tests.harness.random_model import RandomModel
 from tests.programs.equality import EPSILON, Answer
 from tests.programs.shared_prefixes import ANSWER, TURNS, Chats, Result, Turn, ask, request_of
@@ -90,16 +94,17 @@ class Tally:
         if len(found.tokens) != len(expected.tokens):
             self.different.append(f"{turn.case.name}: {len(found.tokens)} tokens")
             return
-        for start in range(0, len(expected.tokens), ANSWER):
+        length = turn.case.max_tokens
+        for start in range(0, len(expected.tokens), length):
             pairs = zip(
                 expected.tokens[start:], found.tokens[start:], expected.gaps[start:], strict=False
             )
             differing = [(at, gap) for at, (a, b, gap) in enumerate(pairs) if a != b]
-            if differing and differing[0][0] < ANSWER:
+            if differing and differing[0][0] < length:
                 at, gap = differing[0]
                 kind = self.close if gap < EPSILON else self.different
                 kind.append(
-                    f"{turn.case.name}, choice {start // ANSWER}: token {at}, gap {gap:.4f}"
+                    f"{turn.case.name}, choice {start // length}: token {at}, gap {gap:.4f}"
                 )
 
 
@@ -126,7 +131,8 @@ async def play_cold(running: Running, chats: Chats, concurrency: int) -> Result:
                     turn = chats.next_turn(chat, history, number)
                     for each in (turn, fork_of(turn)):
                         await ask(stub, each, result)
-                    history = turn.case.prompt + result.answers[turn.case.name].tokens[:ANSWER]
+                    answer = result.answers[turn.case.name].tokens[: turn.case.max_tokens]
+                    history = turn.case.prompt + answer
 
         await asyncio.gather(*map(chat_of, range(chats.count)))
     return result
@@ -233,7 +239,7 @@ def run(own: argparse.Namespace) -> Tally:
     """Compare both deployments, see the module."""
     model = DEFAULT_MODEL if own.model == DEFAULT_MODEL else str(RandomModel(own.model).ensure())
     text = load_tokenizer(resolve_model(model)).encode(documentation()[1])
-    chats = Chats(text, own.chats, own.seed)
+    chats = Chats(text, own.chats, own.seed, answer_tokens=own.answer_tokens)
     flags = ["--model", model, "--kv-format", own.kv_format]
     with deployed(*flags, environment=_settings(False, None, False)) as running:
         running.wait_for_all_workers()
@@ -244,20 +250,22 @@ def run(own: argparse.Namespace) -> Tally:
     ]
     flags += ["--colocated"] if own.colocated else ["--prefill", str(own.prefill)]
     flags += ["--decode", str(own.decode)]
-    environment = _settings(True, own.kv_tokens, own.kills)
-    with deployed(*flags, environment=environment, patient=not own.kills) as running:
-        running.wait_for_all_workers()
-        warm = Warm(running, cold, own.concurrency, own.seed)
-        asyncio.run(warm.play(rounds, kills=own.kills))
-        failovers = running.gateway_metric("headrace_failovers_total")
-        console.print(f"{failovers:.0f} failovers")
-        for worker in sorted(running.workers()):
-            evicted = running.metric(worker, "headrace_prefix_cache_evictions_total")
-            computed = running.metric(worker, COMPUTED_HERE)
-            console.print(
-                f"{worker}, since its start: {evicted:.0f} pages evicted, {computed:.0f} prompts "
-                "computed beside a prefill worker"
-            )
+    with tempfile.TemporaryDirectory() as folder:
+        points = Points(Path(folder))
+        environment = _settings(True, own.kv_tokens, own.kills) | points.environment
+        with deployed(*flags, environment=environment, patient=not own.kills) as running:
+            running.wait_for_all_workers()
+            warm = Warm(running, cold, own.concurrency, own.seed)
+            asyncio.run(warm.play(rounds, kills=own.kills))
+            failovers = running.gateway_metric("headrace_failovers_total")
+            console.print(f"{failovers:.0f} failovers, {points.preemptions} preemptions")
+            for worker in sorted(running.workers()):
+                evicted = running.metric(worker, "headrace_prefix_cache_evictions_total")
+                computed = running.metric(worker, COMPUTED_HERE)
+                console.print(
+                    f"{worker}, since its start: {evicted:.0f} pages evicted, {computed:.0f} "
+                    "prompts computed beside a prefill worker"
+                )
     return warm.tally
 
 
@@ -272,6 +280,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--decode", type=int, default=1, help="number of decode workers")
     add("--colocated", action="store_true", help="decode workers compute all prompts")
     add("--kv-tokens", type=int, help="size of the KV page pools in tokens")
+    add("--answer-tokens", type=int, default=ANSWER, help="length of each answer")
     add("--kills", action="store_true", help="kill workers in each round")
     add("--concurrency", type=int, default=8)
     add("--seed", type=int, default=3)

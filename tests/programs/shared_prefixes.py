@@ -61,12 +61,19 @@ class Chats:
     Args:
         text: tokens from which prompts are cut.
         concurrency: number of chats at a time.
+        answer_tokens: length of each answer.
     """
 
     def __init__(
-        self, text: Sequence[int], count: int, seed: int, concurrency: int = CONCURRENCY
+        self,
+        text: Sequence[int],
+        count: int,
+        seed: int,
+        concurrency: int = CONCURRENCY,
+        answer_tokens: int = ANSWER,
     ) -> None:
         self._text = text
+        self._answer_tokens = answer_tokens
         self.concurrency = concurrency
         rng = random.Random(seed)
         systems = [self._cut(rng, length) for length in SYSTEM_PROMPTS]
@@ -85,7 +92,7 @@ class Chats:
         choices = rng.choice((1, 1, 1, 4))
         temperature = rng.choice((0.0, 0.8)) if choices == 1 else 0.0
         name = f"chat {chat}, turn {number}"
-        case = Case(name, prompt, temperature, rng.getrandbits(32), ANSWER)
+        case = Case(name, prompt, temperature, rng.getrandbits(32), self._answer_tokens)
         turn = Turn(case, choices, salt="salt" if chat % 5 == 4 else "")
         self.turns[chat].append(turn)
         return turn
@@ -104,7 +111,8 @@ async def play(running: Running, chats: Chats) -> Result:
         for number in range(TURNS):
             turn = chats.next_turn(chat, history, number)
             await ask(stub, turn, result)
-            history = turn.case.prompt + result.answers[turn.case.name].tokens[:ANSWER]
+            answer = result.answers[turn.case.name].tokens[: turn.case.max_tokens]
+            history = turn.case.prompt + answer
 
     await _each(running, chats, send)
     return result

@@ -86,6 +86,18 @@ class _Faults:
 
         module.Engine.compute = held
 
+    def scheduler(self, module: ModuleType) -> None:
+        """Count preemptions in the length of a file."""
+        requeue = module.Scheduler._requeue
+        counter = self._folder / f"{self._process}.preempted"
+
+        def counted(scheduler: Any, group: Any) -> None:
+            with counter.open("ab") as file:
+                file.write(b".")
+            requeue(scheduler, group)
+
+        module.Scheduler._requeue = counted
+
     def executor(self, module: ModuleType) -> None:
         """Hold a rank before its part of a step; the other ranks wait in their first collective."""
         launch = module.LocalExecutor.launch
@@ -270,6 +282,7 @@ def _install() -> None:
         "services.worker.engine_thread": faults.engine_thread,
         "runtime.engine.engine": faults.engine,
         "runtime.engine.local_executor": faults.executor,
+        "runtime.engine.scheduler": faults.scheduler,
         "services.worker.ranks.process": faults.rank,
         "services.transfer.nixl_agent": faults.owner,
         "services.transfer.agent": faults.agent,
