@@ -37,7 +37,16 @@ from tests.harness.deployment import Running, deployed
 from tests.harness.points import Points
 from tests.harness.random_model import RandomModel
 from tests.programs.equality import EPSILON, Answer
-from tests.programs.shared_prefixes import ANSWER, TURNS, Chats, Result, Turn, ask, request_of
+from tests.programs.shared_prefixes import (
+    ANSWER,
+    TURNS,
+    Chats,
+    Result,
+    Turn,
+    ask,
+    history_after,
+    request_of,
+)
 
 if TYPE_CHECKING:  # defined in the type stubs only
     from headrace.v1.inference_pb2_grpc import InferenceAsyncStub
@@ -131,8 +140,7 @@ async def play_cold(running: Running, chats: Chats, concurrency: int) -> Result:
                     turn = chats.next_turn(chat, history, number)
                     for each in (turn, fork_of(turn)):
                         await ask(stub, each, result)
-                    answer = result.answers[turn.case.name].tokens[: turn.case.max_tokens]
-                    history = turn.case.prompt + answer
+                    history = history_after(turn, result)
 
         await asyncio.gather(*map(chat_of, range(chats.count)))
     return result

@@ -111,11 +111,16 @@ async def play(running: Running, chats: Chats) -> Result:
         for number in range(TURNS):
             turn = chats.next_turn(chat, history, number)
             await ask(stub, turn, result)
-            answer = result.answers[turn.case.name].tokens[: turn.case.max_tokens]
-            history = turn.case.prompt + answer
+            history = history_after(turn, result)
 
     await _each(running, chats, send)
     return result
+
+
+def history_after(turn: Turn, result: Result) -> tuple[int, ...]:
+    """Return the tokens of a turn and of its first answer."""
+    answer = result.answers[turn.case.name].tokens[: turn.case.max_tokens]
+    return turn.case.prompt + answer
 
 
 async def replay(running: Running, chats: Chats) -> Result:
