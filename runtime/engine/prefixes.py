@@ -165,10 +165,13 @@ class Prefixes:
         return self._in_use
 
     def take(self, group: SequenceGroup) -> Prefix:
-        """Add a reference to the pages of the longest cached prefix of a group."""
+        """Add a reference to the pages of the longest cached prefix of a group.
+
+        The tokens of a group are counted when it is admitted first, and not after a preemption.
+        """
         self._searched = None
         prefix = self._share(group, self._find(group))
-        if group.sequences[0].hashes is not None:
+        if group.position is None and group.sequences[0].hashes is not None:
             self._queried_tokens += len(group.tokens)
             self._reused_tokens += prefix.pages * self._plan.page_size
         return prefix

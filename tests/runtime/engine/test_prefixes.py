@@ -110,6 +110,21 @@ def test_a_second_request_computes_only_the_rest_of_its_prompt(model: Model) -> 
     assert all_free(engine)
 
 
+@pytest.mark.parametrize(("pages", "steps"), [(12, 8), (14, 1)], ids=["prefill", "decode"])
+def test_a_preempted_request_is_counted_once(model: Model, pages: int, steps: int) -> None:
+    """The last request is preempted, and later finds pages that it computed itself."""
+    engine, record = engine_of(model, pages=pages), Record()
+    first, second, last = (prompt_of(length, seed=length) for length in (20, 21, 122))
+    record.add(engine.step([Add(request("first", first, 60)), Add(request("second", second, 60))]))
+    for _ in range(steps):
+        record.add(engine.step([]))
+    drive(engine, Add(request("last", last, 60)), record=record)
+    assert [name for step in record.steps for name in step.started].count("last") == 2
+    assert reused(record)["last"] > 0
+    counts = engine.scheduler.pages.prefixes.counts
+    assert (counts.queried_tokens, counts.reused_tokens) == (20 + 21 + 122, 0)
+
+
 @pytest.mark.parametrize("replay", [False, True])
 def test_prompts_that_arrive_together_compute_their_common_beginning_once(
     model: Model, replay: bool
